@@ -67,6 +67,10 @@ REPLAYED = {
     "lru-joint": "LRU, one budget",
     "clairvoyant": "clairvoyant bound",
 }
+WITH_AGENTS = REPLAYED | {
+    "lru-ends": "LRU with answers' ends, one budget",
+    "unbounded": "mambacache, unbounded",
+}
 ROUTINGS = "round robin", "by chat", "pages", "pages and states"
 REPLAYED_MODELS = {
     "qwen3-next": "Qwen3-Next",
@@ -215,7 +219,7 @@ def agents_table(settings: list[dict]) -> str:
         ahead = [100 * (row["mambacache"] - row[policy]) for row in settings]
         leads = [f"{mean(ahead):.1f}", f"{min(ahead):.1f}", f"{sum(points < -2 for points in ahead)}"]
         share = f"{mean(row[policy] for row in settings):.1%}"
-        lines.append([REPLAYED[policy], share, *([""] * 3 if policy == "mambacache" else leads)])
+        lines.append([WITH_AGENTS[policy], share, *([""] * 3 if policy == "mambacache" else leads)])
     return markdown(["", "share", "mambacache's lead, mean", "least", "settings more than 2 points behind"], lines)
 
 

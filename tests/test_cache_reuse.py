@@ -242,6 +242,17 @@ def test_counts_of_ages_agree_with_the_records(monkeypatch: pytest.MonkeyPatch) 
     assert np.isfinite(values).all() and (values > 0).all()
 
 
+def test_a_forgotten_record_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reuse, "MOST", 40)
+    reuse = Reuse()
+    for number in range(400):
+        reuse.begin(b"%d" % number, Kind.TURN, Turn(1))
+        reuse.now += 10
+        reuse.admitted()
+    kept = reuse._time.sum() + sum(reuse.now - record.used for record in reuse.records.values())
+    assert kept == pytest.approx(360 * 400 + 40 * 41 / 2 * 10, rel=0.02)  # a count fades by up to 2.4 %
+
+
 def test_an_evicted_state_counts_as_reused_and_a_reused_state_starts_anew() -> None:
     reuse, turn = Reuse(), Turn(1)
     reuse.begin(b"a", Kind.TURN, turn)

@@ -47,8 +47,8 @@ FIRST_AGE, GROWTH = 8.0, 1.6  # blocks; each age's end over the last's
 
 _EDGES = np.array([0.0, *(FIRST_AGE * GROWTH**age for age in range(AGES))])
 _WIDTHS = np.diff(_EDGES)
-_RESTS = _EDGES[1:] - np.sqrt(np.maximum(_EDGES[:-1], 1) * _EDGES[1:])  # from an age's middle to its end
-MOST_EXPONENT = 600.0  # exp of less is 0
+_RESTS = _EDGES[1:] - np.sqrt(np.maximum(_EDGES[:-1], 1) * _EDGES[1:])
+MOST_EXPONENT = 600.0  # its exp is finite
 _LOG_GROWTH = log(GROWTH)
 
 
@@ -61,14 +61,14 @@ class Turn:
     """Describes a prompt and its answer; depths are in blocks."""
 
     tail: int
-    number: int = 0  # turns before it, of any chat with the same beginning
+    number: int = 0  # in its chain
     branched: bool = False  # continues a turn that was continued before
     added: int = 0  # bounds of ADDED that its new tokens reach
     at_end: bool = False  # the computed prefix ends with that turn
     answered: int = 0
     gone_on: bool = False  # a later turn continues it
     begun: int = 0  # time
-    pace: int = 0  # bounds of PACES that the time since the last turn reaches, and 1; 0 if it is the first turn
+    pace: int = 0  # bounds of PACES passed, plus 1; 0 for a first turn
 
     @property
     def past(self) -> int:
@@ -113,7 +113,7 @@ class Reuse:
     """Learns how soon states of a class are reused, at each age.
 
     A class's rate is the usual rate times its traits' factors (proportional hazards), or with many hits its own rate.
-    Pace comes last: its factor is of the rate that the other traits have, since few classes have hits of every pace.
+    Pace comes last, since few classes have hits of every pace.
     A value is a Gittins index: the most hits for each block of time that the state is kept.
     """
 
@@ -128,8 +128,8 @@ class Reuse:
         self.records: OrderedDict[bytes, Record] = OrderedDict()
         self._by_age: list[deque[tuple[bytes, Record]]] = [deque() for _ in range(AGES)]
         self._hits, self._time = np.zeros((prod(TRAITS), AGES)), np.zeros((prod(TRAITS), AGES))
-        self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and their last uses
-        self._factors = [np.ones(AGES)] * (len(TRAITS) - 1)  # by value and age, with an axis for each trait but pace
+        self._inside = np.zeros((2, *self._hits.shape))  # an age's records, and sums of their last uses
+        self._factors = [np.ones(AGES)] * (len(TRAITS) - 1)  # by trait but pace, value and age
         self._usual_gap = Average(log2(FIRST_AGE))
         self._admitted = 0
         self._values: list[list[float]] = []
@@ -149,7 +149,7 @@ class Reuse:
         self._by_age[0].append((block_hash, record))
         self._count(record, 1)
         if len(self.records) > self.MOST:
-            self._count(self.records.popitem(last=False)[1], -1)
+            self._leave(self.records.popitem(last=False)[1])
 
     def _count(self, record: Record, more: int) -> None:
         self._inside[:, record.place, record.age] += more, more * record.used
@@ -161,20 +161,23 @@ class Reuse:
         if record.age < AGES:
             self._count(record, 1)
 
-    def reused(self, block_hash: bytes) -> None:
-        """Note that a prompt would resume there if the state were cached."""
-        record = self.records.pop(block_hash)
+    def _leave(self, record: Record) -> None:
         while record.age < AGES - 1 and self.now - record.used >= _EDGES[record.age + 1]:
             self._grow(record)
         self._count(record, -1)
-        self._hits[record.place, record.age] += 1
         self._time[record.place, record.age] += max(self.now - record.used - _EDGES[record.age], 0)
+
+    def reused(self, block_hash: bytes) -> None:
+        """Note that a prompt would resume there if the state were cached."""
+        record = self.records.pop(block_hash)
+        self._leave(record)
+        self._hits[record.place, record.age] += 1
         uses = min(record.uses + 1, MOST_USES)
         pace = self._pace(self.now - record.used)
         self._follow(block_hash, Record(record.kind, record.turn, self.now, pace, uses))
 
     def went_on(self, gap: int) -> int:
-        """Note the blocks computed since the last turn of a chain, and return the chain's pace."""
+        """Note the time since a chain's last turn; return its pace."""
         self._usual_gap.note(log2(max(gap, 1)))
         return self._pace(gap)
 
@@ -216,8 +219,8 @@ class Reuse:
         passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
         rates = np.ascontiguousarray(self._rates(passed).T)  # ages first
         expected = np.cumsum(rates * _WIDTHS[:, None], 0)
-        unused = np.exp(-np.minimum(expected, MOST_EXPONENT))  # from age 0 to an age's end
-        rest = np.exp(-rates * _RESTS[:, None])  # unused from an age's middle to its end
+        unused = np.exp(-np.minimum(expected, MOST_EXPONENT))  # to an age's end
+        rest = np.exp(-rates * _RESTS[:, None])  # from an age's middle to its end
         first, then = (1 - rest) / rates, rest / unused
         stays = -np.diff(unused, axis=0, prepend=1) / rates
         later = np.cumsum(stays[::-1], 0)[::-1] - stays  # in all higher ages
@@ -226,29 +229,29 @@ class Reuse:
             stay = later[age] - later[age:]
             stay *= then[age]
             stay += first[age]
-            used = unused[age:] * -then[age]
-            used += 1
-            used /= stay
-            values[age] = used.max(0)
+            hit = unused[age:] * -then[age]
+            hit += 1
+            hit /= stay
+            values[age] = hit.max(0)
         return values.T.tolist()
 
     def _rates(self, passed: np.ndarray) -> np.ndarray:
         """Return the rates [classes, ages]."""
         hits, time = (each.reshape(-1, TRAITS[-1], AGES) for each in (self._hits, passed))
         plain_hits, plain_time = hits.sum(1), time.sum(1)  # without pace
-        plain = self._learned(plain_hits, plain_time, self._expected(plain_hits, plain_time))[:, None]
+        plain = self._learned(plain_hits, plain_time, self._of_traits(plain_hits, plain_time))[:, None]
         factors = self._learned_factors(hits.sum(0), (time * plain).sum(0))
         return self._learned(hits, time, plain * factors).reshape(-1, AGES)
 
-    def _learned(self, hits: np.ndarray, time: np.ndarray, expected: np.ndarray) -> np.ndarray:
-        return (hits + self.TRUST) / (time + self.TRUST / expected)
+    def _learned(self, hits: np.ndarray, time: np.ndarray, guess: np.ndarray) -> np.ndarray:
+        return (hits + self.TRUST) / (time + self.TRUST / guess)
 
     def _learned_factors(self, hits: np.ndarray, expected: np.ndarray) -> np.ndarray:
         seen, expected = (np.add.reduceat(each, range(0, AGES, SPAN), -1) for each in (hits, expected))
         return ((seen + self.TRUST) / (expected + self.TRUST)).repeat(SPAN, -1)
 
-    def _expected(self, hits: np.ndarray, passed: np.ndarray) -> np.ndarray:
-        """Learn the factors, and return the rates [classes without pace, ages] that they make."""
+    def _of_traits(self, hits: np.ndarray, passed: np.ndarray) -> np.ndarray:
+        """Learn the factors, and return the rates [classes without pace, ages]."""
         hits, time = (each.reshape(*TRAITS[:-1], AGES) for each in (hits, passed))
         traits, product = range(len(self._factors)), prod(self._factors)
         seen, expected = hits.sum((*traits,)), (time * product).sum((*traits,))
@@ -330,7 +333,7 @@ class Chains:
         return depth if end > turn.tail and gain < USEFUL * end else 0
 
     def wants_end(self, turn: Turn, end: int) -> bool:
-        """Tell whether a state at `end` may evict others: next turns were seen, and gain by it."""
+        """Tell whether a state at `end` may evict others."""
         return self._answer_kept.outweighs_guess and end > turn.tail and self.useless(turn, end) != end
 
     @property
@@ -369,8 +372,7 @@ class Needs:
         above, state = self.above(chain, depth), chain[depth]
         siblings, below = self._below(chain, above), set[bytes]()
         if state in self.counts:
-            places = ((each, self._states[each]) for each in siblings)
-            below = {each for each, place in places if place.depth > depth and place.chain[depth] == state}
+            below = {e for e in siblings if (at := self._states[e]).depth > depth and at.chain[depth] == state}
         for each in below:
             self._states[each].above = depth
         self._states[state] = StatePlace(chain, depth, above, below)
@@ -391,7 +393,7 @@ class Needs:
         return self._states[chain[above]].below if above else self._first.get(chain[1], set())
 
     def _replace(self, chain: Sequence[bytes], above: int, old: set[bytes], new: set[bytes]) -> None:
-        """Replace states right below a state, or without a state above."""
+        """Replace states right below a state or the root."""
         below = self._below(chain, above)
         before = len(below)
         below -= old
@@ -428,11 +430,10 @@ class Wish(IntEnum):
     INTERVAL = 4  # also named positions without a mark
 
 
-MOST_MARKS = 8
-"""Most marks of a request."""
+MOST_MARKS = 8  # of a request
 
-SHARE_OF_MARKS = 4
-"""A salt's marks hold at most 1 / SHARE_OF_MARKS of the states."""
+STATES_PER_MARK = 4
+"""States for each mark of a salt, at least."""
 
 
 class Policy:
@@ -445,7 +446,7 @@ class Policy:
 
     @property
     def most_marks(self) -> int:
-        return max(self.max_checkpoints // SHARE_OF_MARKS, 1)
+        return max(self.max_checkpoints // STATES_PER_MARK, 1)
 
     def marks(self, named: Iterable[int], prompt_len: int) -> frozenset[int]:
         most = min(MOST_MARKS, self.most_marks)
