@@ -160,7 +160,7 @@ replay: $(READY)
 	$(PY) $(REPLAY_REPORT)
 	$(PY) $(REPLAY_REPORT) --agents 9
 	$(PY) $(REPLAY_AGENTS)
-	$(PY) $(REPLAY_AGENTS) --budget quarter --settings 10
+	$(PY) $(REPLAY_AGENTS) --budget quarter --settings 20
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
 REPLAY_VLLM := VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \

@@ -161,8 +161,12 @@ def test_replay_hits_match_the_benchmark() -> None:
     for row in report["rows"]:
         ours = [each for each in report["rows"] if each["policy"] == "mambacache" and replayed(each) == replayed(row)]
         assert row["policy"] == "mambacache" or row["share"] + 0.03 < ours[0]["share"], row
-    agents = result("replay-agents.json")["budgets"]["25"]
+    memories = result("replay-agents.json")["memories"]
+    agents, quarter = memories["25"], memories["quarter"]
     assert agents_table(agents) in PERFORMANCE and f"{len(agents)} settings" in PERFORMANCE
+    share, lost = mean(row["mambacache"] for row in quarter), [row["unbounded"] - row["mambacache"] for row in quarter]
+    assert f"hits {share:.1%} in the mean of the first {len(quarter)} settings. That is " in PERFORMANCE
+    assert f"That is {100 * min(lost):.1f} to {100 * max(lost):.1f} points less than" in PERFORMANCE and max(lost) < 0.1
     simulated = result("replay-vllm.json")["rows"]
     served = {row["by_last_use"]: f"hits {row['share']:.1%}" for row in simulated if row["requests"] > 1000}
     assert f"it {served[False]} of the ceiling" in PERFORMANCE and f"eviction it {served[True]}." in PERFORMANCE
