@@ -161,7 +161,7 @@ def test_replay_hits_match_the_benchmark() -> None:
     for row in report["rows"]:
         ours = [each for each in report["rows"] if each["policy"] == "mambacache" and replayed(each) == replayed(row)]
         assert row["policy"] == "mambacache" or row["share"] + 0.03 < ours[0]["share"], row
-    memories = result("replay-agents.json")["memories"]
+    memories = result("replay-agents.json")["budgets"]
     agents, quarter = memories["25"], memories["quarter"]
     assert agents_table(agents) in PERFORMANCE and f"{len(agents)} settings" in PERFORMANCE
     share, lost = mean(row["mambacache"] for row in quarter), [row["unbounded"] - row["mambacache"] for row in quarter]
