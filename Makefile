@@ -160,6 +160,8 @@ replay: $(READY)
 	$(PY) $(REPLAY_REPORT)
 	$(PY) $(REPLAY_REPORT) --agents 9
 	$(PY) $(REPLAY_AGENTS)
+	$(PY) $(REPLAY_AGENTS) --budget 60 --settings 20
+	$(PY) $(REPLAY_AGENTS) --budget 120 --settings 20
 	$(PY) $(REPLAY_AGENTS) --budget quarter --settings 20
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.

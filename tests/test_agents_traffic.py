@@ -152,7 +152,7 @@ def test_a_quarter_of_the_states_is_compared_with_unbounded_memory(monkeypatch: 
 
     def measured(run: Run) -> Row:
         runs.append(run)
-        return Row("", run.model, run.policy, 1, None, None, 0.0, share=0.8 / len(runs), states_stored=1000)
+        return Row("", run.model, run.policy, 1, None, None, 0.0, share=0.8 / len(runs), states_kept=1000)
 
     monkeypatch.setattr(replay_agents, "measure", measured)
     assert replay_agents.shares("quarter", 1) == {"unbounded": 0.8, "mambacache": 0.4}
