@@ -187,5 +187,5 @@ def test_a_fault_that_changes_no_token_is_seen(name: str, monkeypatch: pytest.Mo
     owner, attribute, fault = FAULTS[name]
     monkeypatch.setattr(owner, attribute, fault)
     with nullcontext() if name == "no fault" else pytest.raises(AssertionError):
-        for seed in range(30):
+        for seed in range(50):
             Driver(crowd(seed)).run()
