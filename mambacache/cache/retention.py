@@ -433,7 +433,7 @@ class Wish(IntEnum):
 MOST_MARKS = 8  # of a request
 
 STATES_PER_MARK = 4
-"""States for each mark of a salt, at least."""
+"""Least states for each mark of a salt."""
 
 
 class Policy:

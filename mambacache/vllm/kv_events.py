@@ -132,7 +132,7 @@ class StateEvents:
 
 
 def _report_nothing(request: Any, computed_blocks: Any) -> None:
-    """Stand for vLLM's report, which counts each step that a request waits, and hits without a state."""
+    """Stand for vLLM's report, which it makes in each step a request waits, and of hits that no state follows."""
 
 
 class UsablePages:
