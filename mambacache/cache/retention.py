@@ -223,7 +223,7 @@ class Reuse:
         rest = np.exp(-rates * _RESTS[:, None])  # from an age's middle to its end
         first, then = (1 - rest) / rates, rest / unused
         stays = -np.diff(unused, axis=0, prepend=1) / rates
-        later = np.cumsum(stays[::-1], 0)[::-1] - stays  # in all higher ages
+        later = np.cumsum(stays[::-1], 0)[::-1] - stays  # in higher ages
         values = np.empty_like(rates)
         for age in range(AGES):
             stay = later[age] - later[age:]
