@@ -151,30 +151,6 @@ def test_turns_are_classed_by_the_turns_before_them() -> None:
     assert Turn(1).past == 0 and continued == [1, 2, 2, 3, 4, 4] and branched == [5, 6, 6, 7, 8, 8]
 
 
-def test_a_turn_keeps_the_state_that_next_turns_begin_with() -> None:
-    for edited in (False, True):
-        chains = Chains(64, 1000)
-        last = Turn(tail=10, answered=12)
-        for chat in range(200):
-            talk(chains, chat, shared=0, blocks=10, answer=2)
-            talk(chains, chat, shared=10 if edited else 12, blocks=13, answer=2)
-        assert chains.keeps_end(last, end=12) != edited
-        assert not chains.keeps_end(last, end=10)  # no state of the answer
-    chains = Chains(64, 1000)  # without traffic, each answer is as likely to be kept as not
-    assert chains.keeps_end(last, end=21) and not chains.keeps_end(last, end=20)
-
-
-def test_the_end_that_next_turns_hardly_hit_is_useless() -> None:
-    chains, last = Chains(64, 1000), Turn(tail=10, answered=12)
-    assert chains.useless(last, end=12) == chains.useless(last, end=21) == 0, "without traffic both may be hit"
-    for edited, useless in ((False, 10), (True, 12)):
-        chains = Chains(64, 1000)
-        for chat in range(200):
-            talk(chains, chat, shared=0, blocks=10, answer=2)
-            talk(chains, chat, shared=10 if edited else 12, blocks=13, answer=2)
-        assert chains.useless(last, end=12) == useless and not chains.useless(last, end=10)
-
-
 def test_chains_branch_where_turns_are_continued_again() -> None:
     chains = Chains(64, 1000)
     for chat in range(100, 120):

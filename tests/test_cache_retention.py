@@ -204,17 +204,19 @@ def test_without_a_fresh_block_an_unrequested_state_is_overwritten() -> None:
     assert d.cache.stats.preemptions == 0
 
 
-def test_an_answer_that_next_turns_keep_takes_the_block_of_its_prompt() -> None:
-    other, first = Job(text(100, 1), 1), Job(text(100), 130)
-    for kept, expected in ((0.0, [64, 64]), (1.0, [64, 192])):
-        d = Driver(Mix([other, first], max_num_seqs=1, cache={"num_state_blocks": 3, "num_kv_blocks": 9}))
-        d.cache._admission.chains._answer_kept.value = kept
-        for job in (0, 1):
-            d.submit(job)
-            while not d.scheduler.idle:
-                d.step()
-        d.check()
-        assert cached(d) == expected and finds(d, other.prompt) == 64
+def test_a_tail_is_classed_by_whether_its_answer_has_a_state() -> None:
+    d = run([Job(text(100), 130), Job(text(100, 1), 5)], max_num_seqs=1)
+    chat = [*text(100), *answer(text(100), 130, attention=True)]
+    assert cached(d) == [64, 64, 192]
+    assert record_of(d, chat, 1).kind is Kind.TAIL and record_of(d, chat, 3).kind is Kind.TURN
+    assert record_of(d, text(100, 1), 1).kind is Kind.TURN
+
+
+def test_under_strict_reuse_the_end_of_an_answer_has_no_value() -> None:
+    d = run([Job(text(100), 130)], max_num_seqs=1, strict_reuse=True)
+    chat, pool = [*text(100), *answer(text(100), 130, attention=True)], d.cache.states
+    assert cached(d) == [64, 192] and record_of(d, chat, 1).kind is Kind.TURN
+    assert [pool.group[pool.lookup(chain_of(d, chat)[depth]) or 0] != SPARE for depth in (1, 3)] == [True, False]
 
 
 def test_where_a_step_ends_a_state_competes_if_it_saves_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +247,11 @@ def test_two_answers_in_two_blocks_give_up_their_boundaries(ahead: bool) -> None
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_the_end_of_an_answer_evicts_a_tail_where_next_turns_gain_by_ends(learned: bool) -> None:
+def test_the_end_of_an_answer_evicts_a_tail_where_chains_go_on(learned: bool) -> None:
     cache = {"num_state_blocks": 2, "num_kv_blocks": 9}
     d = Driver(Mix([Job(text(100, 1), 1), Job(text(30), 130)], max_num_seqs=1, cache=cache))
     for _ in range(20 * learned):
-        d.cache._admission.chains._answer_kept.note(1)
+        d.cache._admission.chains._branches.note(0)
     for job in (0, 1):
         d.submit(job)
         while not d.scheduler.idle:

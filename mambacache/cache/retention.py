@@ -18,9 +18,6 @@ from mambacache.config import KV_TOKENS_PER_STATE
 BRANCHING = 0.1
 """Chains branch if more than this share of next turns continue a continued turn."""
 
-USEFUL = 0.05
-"""A turn's state is useless if its expected gain is a smaller share of the turn."""
-
 SPARE, NEEDED = 0, 1
 """Groups of unneeded blocks, and of pages that a state needs."""
 
@@ -29,9 +26,10 @@ LONG = KV_TOKENS_PER_STATE
 
 
 class Kind(IntEnum):
-    TURN = 0  # the end of a prompt or of its answer
-    BRANCH = 1  # junctions, marks, promised states
-    STEP = 2  # unrequested, saves `LONG` tokens of a prompt
+    TURN = 0  # the end of an answer, or of a prompt before its answer has a state
+    TAIL = 1  # the end of a prompt whose answer has a state
+    BRANCH = 2  # junctions, marks, promised states
+    STEP = 3  # unrequested, saves `LONG` tokens of a prompt
 
 
 TURNS = (1, 2, 4, 8)  # bounds of the turns before a turn
@@ -280,7 +278,6 @@ class Chains:
         self.blocks = blocks
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by tail hash
         self.reuse = Reuse()
-        self._answer_kept = Average(0.5)
         self._branches = Average(0)
 
     @property
@@ -307,8 +304,6 @@ class Chains:
             turn.number, turn.branched = last.number + 1, last.gone_on
             turn.pace = self.reuse.went_on(self.now - last.begun)
             self._branches.note(last.gone_on)
-            if last.answered > last.tail:
-                self._answer_kept.note(shared >= last.answered)
             last.gone_on = True
             turn.at_end = shared in (before, last.answered)
         self._remember(chain[tail], turn)
@@ -320,21 +315,9 @@ class Chains:
         if replaced is None and len(self._turns) > self.MOST_TURNS:
             self._turns.popitem(last=False)
 
-    def keeps_end(self, turn: Turn, end: int) -> bool:
-        """Tell whether the next turn hits more at `end` than at the tail."""
-        return end > turn.tail and self._answer_kept.value * end > turn.tail
-
-    def useless(self, turn: Turn, end: int) -> int:
-        """Return the depth of the tail or of `end` if the next turn hardly hits it, else 0."""
-        kept = self._answer_kept.value
-        depth, gain = (
-            (turn.tail, (1 - kept) * turn.tail) if self.keeps_end(turn, end) else (end, kept * (end - turn.tail))
-        )
-        return depth if end > turn.tail and gain < USEFUL * end else 0
-
-    def wants_end(self, turn: Turn, end: int) -> bool:
-        """Tell whether a state at `end` may evict others."""
-        return self._answer_kept.outweighs_guess and end > turn.tail and self.useless(turn, end) != end
+    @property
+    def go_on(self) -> bool:
+        return self._branches.outweighs_guess
 
     @property
     def branching(self) -> bool:

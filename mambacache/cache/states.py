@@ -346,25 +346,17 @@ class States:
             self._settle(residency, residency.request.turn)
 
     def _settle(self, residency: Residency, turn: Turn) -> None:
-        """Evict first states without use for the next turn."""
+        """Follow the tail and the end of an answer."""
         request, pool = residency.request, self._pool
         depth = residency.computed // self._size
         turn.answered = depth if self._lookup.may_hit(residency, depth) else 0
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None and turn.answered else 0
-        useless = self._chains.useless(turn, end)
-        for depth in sorted({turn.tail, max(end, turn.tail)} - {0, useless}):
+        kinds = {turn.tail: Kind.TAIL, end: Kind.TURN} if end > turn.tail else {turn.tail: Kind.TURN}
+        for depth, kind in kinds.items():
             block = pool.lookup(request.chain[depth])
             if block and not pool.useless[block]:
-                self._chains.reuse.begin(request.chain[depth], Kind.TURN, turn)
+                self._chains.reuse.begin(request.chain[depth], kind, turn)
                 self.values.value(block)
-        if useless:
-            self._evict_first(request, useless)
-
-    def _evict_first(self, request: CachedRequest, depth: int) -> None:
-        block_hash, pool = request.chain[depth], self._pool
-        block = pool.lookup(block_hash)
-        if block and not pool.references[block] and not self.marks.has(request.salt, block_hash):
-            pool.evict_first(block)
 
     def release(self, residency: Residency) -> None:
         row, residency.row = residency.row, None
@@ -395,10 +387,7 @@ class States:
             residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        kind, turn, depth = self._kind(residency, position), request.turn, position // self._size
-        end_may_hit = kind is None and self._lookup.may_hit(residency, depth)
-        if end_may_hit and turn is not None and self._chains.keeps_end(turn, depth):
-            self._evict_first(request, turn.tail)  # makes room for this state
+        kind = self._kind(residency, position)
         if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(
             kind is Kind.STEP or self._requested(residency, position)
         ):
@@ -429,9 +418,10 @@ class States:
 
     def _requested(self, residency: Residency, position: int) -> bool:
         """Tell whether a state may evict states that have a value."""
-        turn, wish = residency.request.turn, self._policy.wish(residency.wishes, position)
-        wanted = turn is not None and self._chains.wants_end(turn, position // self._size)
-        return wanted or self._policy.requested(wish)
+        turn, depth = residency.request.turn, position // self._size
+        ends_answer = turn is not None and depth > turn.tail and self._lookup.may_hit(residency, depth)
+        requested = self._policy.requested(self._policy.wish(residency.wishes, position))
+        return requested or (ends_answer and self._chains.go_on)
 
     def _kind(self, residency: Residency, position: int) -> Kind | None:
         kind = self._policy.kind(self._policy.wish(residency.wishes, position))

@@ -491,20 +491,13 @@ class Simulation:
 
         states.issued = watched
         self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last hash
-        self._settled: set[bytes] = set()  # states of turns that their next turns do not need
-        free, admission = states.free, states._kept
-        evict_first = admission.states._evict_first
+        free = states.free
 
         def noting_free(name: str, **kwargs: Any) -> None:
             self._note_prefixes(name)  # the prefixes of its last tokens
             free(name, **kwargs)
 
-        def noting_evict_first(*args: Any) -> None:
-            before = self._cold()
-            evict_first(*args)
-            self._settled |= self._cold() - before
-
-        states.free, admission.states._evict_first = noting_free, noting_evict_first
+        states.free = noting_free
         init_none_hash(sha256)
         self._hasher = block_hasher(scheduler.block_size, lookahead)
         scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens = lookahead
@@ -572,28 +565,24 @@ class Simulation:
             pages = hashes[: depth * per_block]
             self._prefixes.setdefault(chain[depth], {})[pages[-1]] = pages
 
-    def _cold(self) -> set[bytes]:
-        """Return the hashes of the states that are evicted first."""
-        pool = self.scheduler.prefix_cache._kept.pool  # also amid a change of the admission
-        return {block_hash for block_hash, block in pool._blocks.items() if pool.useless[block]}
-
     def _check_cold(self) -> None:
-        """Check that a state is evicted first once vLLM lost KV of its prefix.
+        """Check that a state is evicted first if vLLM lost KV of its prefix, and only then.
 
-        Another state is evicted first only if its next turn does not need it. Where hashes cover a token more, vLLM may
-        have other KV of the prefix, for another next token.
+        Where hashes cover a token more, vLLM may have other KV of the prefix, for another next token.
         """
         if self.scheduler._watch is None:
             return
         for name in self.scheduler.prefix_cache.request_ids:
             self._note_prefixes(name)
-        states, cold = self.scheduler.prefix_cache._admission.pool._blocks, self._cold()
+        pool = self.scheduler.prefix_cache._admission.pool
+        states = pool._blocks
+        cold = {block_hash for block_hash, block in states.items() if pool.useless[block]}
         named = {block.block_hash for block in self.scheduler.kv_cache_manager.block_pool.blocks}
         kv = {get_block_hash(each) for each in named if each is not None}
         lost = {each for each in states if not any(map(kv.issuperset, self._prefixes.get(each, {}).values()))}
         self.lost |= lost
         assert lost <= cold, "a state without KV keeps its rank"
-        assert cold - lost <= self._settled or self.lookahead, "a state with KV is evicted first"
+        assert cold <= lost or self.lookahead, "a state with KV is evicted first"
         hashes = self.scheduler._hashes
         config = self.scheduler.prefix_cache.config
         assert len(hashes.theirs) <= config.num_state_blocks + config.num_host_states
