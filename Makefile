@@ -170,4 +170,4 @@ REPLAY_VLLM := VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_P
 replay-vllm: $(VLLM_READY)
 	$(REPLAY_VLLM) --requests 12031
 	$(REPLAY_VLLM) --requests 12031 --by-last-use
-	$(REPLAY_VLLM) --requests 1000 --speed 140000 --seeds 2 3 4 5 6 7 8 9
+	$(REPLAY_VLLM) --requests 2000 --rate 6 --speed 136000 --seeds 2 3 4 5 6 7 8 9
