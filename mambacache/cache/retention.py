@@ -26,8 +26,8 @@ LONG = KV_TOKENS_PER_STATE
 
 
 class Kind(IntEnum):
-    TURN = 0  # the end of an answer, or of a prompt before its answer has a state
-    TAIL = 1  # the end of a prompt whose answer has a state
+    TURN = 0  # a turn's last state
+    TAIL = 1  # a prompt's last state, before a state of its answer
     BRANCH = 2  # junctions, marks, promised states
     STEP = 3  # unrequested, saves `LONG` tokens of a prompt
 

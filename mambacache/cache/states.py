@@ -346,7 +346,7 @@ class States:
             self._settle(residency, residency.request.turn)
 
     def _settle(self, residency: Residency, turn: Turn) -> None:
-        """Follow the tail and the end of an answer."""
+        """Follow the last states of a prompt and of its answer."""
         request, pool = residency.request, self._pool
         depth = residency.computed // self._size
         turn.answered = depth if self._lookup.may_hit(residency, depth) else 0
